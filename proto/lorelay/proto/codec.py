@@ -11,6 +11,9 @@ import msgspec
 
 T = TypeVar("T")
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises on bytes that it cannot read; the last one when they nest too deeply."""
+
 _pack = msgspec.msgpack.Encoder()
 _json = msgspec.json.Encoder()
 
@@ -32,7 +35,7 @@ def unpack(kind: type[T], data: bytes) -> T:
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise MalformedMessageError(f"not a {kind.__name__}: {error}") from error
 
 
@@ -49,5 +52,5 @@ def from_json(kind: type[T], data: bytes) -> T:
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise MalformedMessageError(f"not a {kind.__name__}: {error}") from error

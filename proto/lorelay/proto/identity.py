@@ -23,7 +23,10 @@ KEY_PREFIX = "dyn-lora-"
 _DOMAIN = b"dynamo-runtime-lora-v1\0"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(.+)", re.DOTALL)
-_AUTHORITY = re.compile(r"//([^/?#]*)")
+_USER = re.compile(r"//([^/?#]*)@")
+"""User information in the strict sense: what stands before the last @ of the authority."""
+_PASSWORD = re.compile(r"//(?!\[)[^/?#@]*:(?!\d*(?:[/?#]|$)).*@", re.DOTALL)
+"""USER:PASSWORD@ with any characters in the password: secret keys hold slashes.  HOST:PORT/…@… is none."""
 _NETWORK_SCHEMES = frozenset({"az", "ftp", "gs", "hf", "http", "https", "oci", "s3", "ssh", "wandb-artifact"})
 
 
@@ -121,14 +124,11 @@ def check_source(source: str) -> str:
     if _bytes(source, "source") > MAX_SOURCE_BYTES:
         raise _invalid(f"The adapter's source is longer than {MAX_SOURCE_BYTES} bytes of UTF-8.")
     scheme = match[1].lower()
-    authority = _AUTHORITY.match(match[2])
-    if authority is not None and "@" in authority[1]:
-        user = authority[1].rpartition("@")[0]
-        if ":" in user or scheme in _NETWORK_SCHEMES:
-            raise _invalid(
-                "The adapter's source holds user information (USER@ or USER:PASSWORD@); credentials belong to"
-                " the resolver's configuration, never in a model id."
-            )
+    if _user_information(scheme, match[2]) is not None:
+        raise _invalid(
+            "The adapter's source holds user information (USER@ or USER:PASSWORD@); credentials belong to"
+            " the resolver's configuration, never in a model id."
+        )
     return scheme
 
 
@@ -138,11 +138,19 @@ def redact(source: str) -> str:
     if match is None:
         return "…"
     rest = match[2]
-    authority = _AUTHORITY.match(rest)
-    if authority is not None and ":" in authority[1].rpartition("@")[0]:
-        rest = "//…@" + authority[1].rpartition("@")[2] + rest[authority.end() :]
+    user = _user_information(match[1].lower(), rest)
+    if user is not None:
+        rest = "//…@" + rest[user.end() :]
     cut = re.search(r"[?#]", rest)
     return f"{match[1]}:{rest[: cut.start()] + '…' if cut else rest}"
+
+
+def _user_information(scheme: str, rest: str) -> re.Match[str] | None:
+    """Find `//USER@` or `//USER:PASSWORD@`.  A lone `//NAME@` is part of a name where the scheme has no hosts."""
+    if (password := _PASSWORD.match(rest)) is not None:
+        return password
+    user = _USER.match(rest)
+    return user if user is not None and (":" in user[1] or scheme in _NETWORK_SCHEMES) else None
 
 
 def _bytes(text: str, what: str) -> int:

@@ -1,0 +1,1 @@
+"""What every service stands on: bus, store, discovery, settings, logs, telemetry."""
