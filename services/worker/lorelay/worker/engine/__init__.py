@@ -1,0 +1,1 @@
+"""The engines: one seam (`base`), vLLM in process and a simulator behind it."""
