@@ -1,0 +1,1 @@
+"""Bus in, disk out: an opaque source becomes a verified snapshot in the cache of its domain."""
