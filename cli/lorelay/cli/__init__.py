@@ -1,0 +1,1 @@
+"""The command line: one-machine fleets and single services."""
