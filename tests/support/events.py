@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import anyio
 import nats
 import nats.errors
@@ -33,4 +35,5 @@ def read_events(nats_url: str, key: str, *, settle_s: float = 0.5) -> list[LoraE
         finally:
             await client.close()
 
-    return anyio.run(read)
+    with ThreadPoolExecutor(1) as pool:  # the test's own thread may be running a loop already
+        return pool.submit(anyio.run, read).result()

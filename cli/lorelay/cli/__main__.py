@@ -74,7 +74,7 @@ def _run_service(options: argparse.Namespace, environ: Mapping[str, str]) -> int
     try:
         service = importlib.import_module(f"lorelay.{options.command}.__main__")
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"lorelay: {error.name} is not installed: pip install 'lorelay[{options.command}]'\n")
+        sys.stderr.write(f"lorelay: {error.name} is not installed; try: pip install 'lorelay[{options.command}]'\n")
         return process.EXIT_FAILED
     return process.run(lambda stop: service.serve(settings, stop))
 

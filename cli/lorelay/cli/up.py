@@ -265,8 +265,7 @@ class _Fleet:
         if self._options.demo:
             models = [name, *(f"{name}|{source}" for source in DEMO_SOURCES)]
         else:
-            root = self._options.adapters[0].absolute() if self._options.adapters else "/PATH"
-            models = [name, f"{name}|file://{root}/ADAPTER"]
+            models = [name, *(f"{name}|file://{path.absolute()}/ADAPTER" for path in self._options.adapters[:1])]
         _say("try, in another terminal:")
         for model in models:
             body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]}

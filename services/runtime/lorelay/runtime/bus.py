@@ -223,7 +223,7 @@ class Bus:
                 max_age=keep_s,
                 max_bytes=max_bytes,
                 discard=DiscardPolicy.OLD,
-                duplicate_window=120,
+                duplicate_window=min(120.0, keep_s),  # the server takes no longer one
             )
             try:
                 await self._js.add_stream(config)

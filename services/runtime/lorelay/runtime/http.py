@@ -15,6 +15,8 @@ import anyio
 import structlog
 import uvicorn
 
+from lorelay.runtime.process import StartError
+
 log = structlog.get_logger()
 
 Scope = MutableMapping[str, Any]
@@ -23,7 +25,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class AddressError(OSError):
+class AddressError(StartError):
     """The address cannot be listened on; `str()` says which and why."""
 
 

@@ -10,7 +10,6 @@ import anyio
 import structlog
 
 from lorelay.runtime.bus import BusError
-from lorelay.runtime.http import AddressError
 from lorelay.runtime.settings import SettingsError
 
 log = structlog.get_logger()
@@ -66,7 +65,7 @@ def run(service: Callable[[Stop], Awaitable[None]]) -> int:
         anyio.run(main, backend_options={"use_uvloop": True})
     except BaseException as error:
         leaves = list(_leaves(error))
-        known = [leaf for leaf in leaves if isinstance(leaf, SettingsError | StartError | AddressError | BusError)]
+        known = [leaf for leaf in leaves if isinstance(leaf, SettingsError | StartError | BusError)]
         if not known or len(known) < len(leaves):
             raise
         for leaf in known:

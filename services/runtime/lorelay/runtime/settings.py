@@ -124,7 +124,7 @@ class BusSettings:
     credentials_file: str = ""
     """NATS_AUTH_CREDENTIALS_FILE: a `.creds` file (JWT and seed)."""
     connect_timeout_s: float = 60.0
-    """LORELAY_CONNECT_TIMEOUT_SECONDS: how long a starting process waits for NATS and etcd."""
+    """LORELAY_CONNECT_TIMEOUT_SECONDS: how long a starting process waits for NATS."""
 
     @classmethod
     def read(cls, env: Environment) -> BusSettings:

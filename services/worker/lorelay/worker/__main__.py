@@ -13,6 +13,7 @@ import structlog
 
 from lorelay.proto import keys, subjects
 from lorelay.proto.adapters import MaterializeRequest
+from lorelay.proto.errors import ErrorCode, LorelayError
 from lorelay.runtime import http, telemetry
 from lorelay.runtime.bus import Bus
 from lorelay.runtime.discovery import Directory, Registration
@@ -185,6 +186,11 @@ class _Worker:
 
     async def _materialize(self, want: Want) -> Materialized:
         runtime_lora, limits = self._settings.runtime_lora, self._engine.limits
+        scheme = want.selection.source.partition(":")[0].lower()
+        if runtime_lora.allowed_schemes and scheme not in runtime_lora.allowed_schemes:
+            raise LorelayError(
+                ErrorCode.UNSUPPORTED_LORA_SCHEME, f"This worker's operator does not allow {scheme}: sources."
+            )
         left_s = min(runtime_lora.resolve_timeout_s, want.deadline - anyio.current_time())
         request = MaterializeRequest(
             selection=want.selection,

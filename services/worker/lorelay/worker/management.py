@@ -137,7 +137,8 @@ class Management:
         if resident is None:
             raise LorelayError(ErrorCode.LORA_NOT_FOUND, f"No adapter {name!r} is loaded here.", param="lora_name")
         await self._table.unload(resident, anyio.current_time() + UNLOAD_TIMEOUT_S)
-        return {"status": "success", "message": f"{name} is unloaded.", **_line(resident)}
+        gone = {"lora_id": resident.adapter.engine_id, "key": resident.selection.key}
+        return {"status": "success", "message": f"{name} is unloaded.", "lora_name": name, **gone}
 
     async def _list(self, _arguments: Mapping[str, Any]) -> dict[str, Any]:
         lines = [_line(resident) for resident in self._table.residents()]

@@ -280,7 +280,7 @@ class Residency:
         snapshot = materialized.reply.snapshot
         assert snapshot is not None  # noqa: S101 - a reply without an error has one
         async with self._room(want.deadline):
-            pass
+            await self._settle_leftover(selection.key)
             await self._flights.commit(selection.key)
             resident = Resident(
                 selection=selection,

@@ -7,8 +7,7 @@ propose to mend it there.  Goes when the oldest supported version has one of the
 
 The operations here also multiply once per adapter in the batch instead of copying an adapter's weights once per token.
 
-vLLM's worker process takes `CpuLoraExtension` by name (`--worker-extension-cls`); `VllmEngine` calls `mend_lora` there
-before the first request.
+Runs in vLLM's worker processes, by way of `vllm_extension`.
 """
 
 from __future__ import annotations
@@ -18,23 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXTENSION = "lorelay.worker.engine.vllm_cpu_lora.CpuLoraExtension"
 
+def mend() -> None:
+    """Put the operations of this module in place of vLLM's, in this process."""
+    from vllm.lora.ops.torch_ops import lora_ops  # noqa: PLC0415 - only with vLLM
+    from vllm.lora.punica_wrapper import punica_cpu  # noqa: PLC0415 - only with vLLM
 
-class CpuLoraExtension:
-    """What vLLM's worker process is told to add to its worker class."""
-
-    def mend_lora(self) -> bool:
-        """Put the operations of this module in place of vLLM's.  Returns True, so that a caller sees it was done."""
-        from vllm.lora.ops.torch_ops import lora_ops  # noqa: PLC0415 - only with vLLM
-        from vllm.lora.punica_wrapper import punica_cpu  # noqa: PLC0415 - only with vLLM
-
-        for operation in (bgmv_expand, bgmv_expand_slice, bgmv_shrink):
-            for module in (lora_ops, punica_cpu):
-                if not hasattr(module, operation.__name__):
-                    raise RuntimeError(f"vLLM's {module.__name__} has no {operation.__name__} any more")
-                setattr(module, operation.__name__, operation)
-        return True
+    for operation in (bgmv_expand, bgmv_expand_slice, bgmv_shrink):
+        for module in (lora_ops, punica_cpu):
+            if not hasattr(module, operation.__name__):
+                raise RuntimeError(f"vLLM's {module.__name__} has no {operation.__name__} any more")
+            setattr(module, operation.__name__, operation)
 
 
 def bgmv_shrink(

@@ -1,6 +1,6 @@
 """vLLM as an engine, in this process: its ASGI application, and its adapters.
 
-This module and its neighbours `vllm_launch` and `vllm_cpu_lora` are the only ones that import vLLM, and only inside
+This module and its neighbours `vllm_*` are the only ones that import vLLM, and only inside
 functions, so that a worker without it can say so in one line.  The application is vLLM's own (`build_app`), so its
 routes, templates and parsers answer a base and an adapter alike.  Only model requests reach it: vLLM's routes that load
 adapters, scale or profile are shut off.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -292,11 +293,9 @@ async def _assemble(llm: Any, args: Namespace, processes: set[Process]) -> VllmE
         init_app_state,
     )
     from vllm.entrypoints.launchers.app import build_app  # noqa: PLC0415 - only with vLLM
-    from vllm.platforms import current_platform  # noqa: PLC0415 - only with vLLM
     from vllm.utils.gc_utils import freeze_gc_heap  # noqa: PLC0415 - only with vLLM
 
-    if current_platform.is_cpu() and llm.vllm_config.lora_config:
-        await _mend_cpu_lora(llm)
+    await _prepare_workers(llm)
     tasks = await llm.get_supported_tasks()
     level = logging.getLogger().level
     app = await anyio.to_thread.run_sync(build_app, args, tasks, llm.model_config)
@@ -309,11 +308,17 @@ async def _assemble(llm: Any, args: Namespace, processes: set[Process]) -> VllmE
     return VllmEngine(llm, app, facts, _read_limits(llm), processes)
 
 
-async def _mend_cpu_lora(llm: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
-    """Replace vLLM's LoRA operations in its worker processes; without that no adapter must be served."""
-    done = await llm.collective_rpc("mend_lora")
-    if not (done and all(done)):
-        raise EngineStartError("vLLM's LoRA on a CPU could not be mended")
+async def _prepare_workers(llm: Any) -> None:  # noqa: ANN401 - vLLM's AsyncLLM
+    """Do in vLLM's worker processes what must be done before any request."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only with vLLM
+
+    calls: list[tuple[str, tuple[object, ...]]] = [("leave_with", (os.getpid(),))]
+    if current_platform.is_cpu() and llm.vllm_config.lora_config:
+        calls.append(("mend_cpu_lora", ()))
+    for method, arguments in calls:
+        done = await llm.collective_rpc(method, args=arguments)
+        if not (done and all(done)):
+            raise EngineStartError(f"vLLM's workers did not {method}")
 
 
 def _read_facts(llm: Any, args: Namespace, app: Any) -> ModelFacts:  # noqa: ANN401 - vLLM's

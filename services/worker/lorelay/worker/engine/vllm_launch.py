@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import anyio
 import anyio.to_thread
 
-from lorelay.worker.engine.vllm_cpu_lora import EXTENSION
+from lorelay.worker.engine.vllm_extension import EXTENSION
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -54,7 +54,8 @@ class VllmSettings:
     served_names: tuple[str, ...]
     """The names that answer as the base; the canonical one first, then its aliases."""
     dtype: str = "auto"
-    """vLLM's `--dtype`.  `auto` is float32 on an x86 CPU that has no AVX-512-BF16: bfloat16 is several times slower."""
+    """vLLM's `--dtype`.  `auto` is float32 on a CPU: bfloat16 is several times slower without AVX-512-BF16, and with it
+    vLLM 0.32 was seen to answer a base's request wrongly (docs/how-to/run-on-cpu.md)."""
     max_model_len: int | None = None
     """Longest context, in tokens; None: the model's own."""
     max_num_seqs: int | None = None
@@ -151,14 +152,13 @@ def parse_arguments(settings: VllmSettings) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415 - only with vLLM
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    cpu_defaults = _cpu_defaults()
-    words = [*_own_arguments(settings, cpu_defaults), *settings.arguments]
+    words = [*_own_arguments(settings, _cpu_defaults()), *settings.arguments]
     try:
         args: Namespace = parser.parse_args(words)
     except SystemExit as error:  # argparse has said on the standard error what is wrong
         raise ValueError(f"vLLM does not take these arguments: {' '.join(words)}") from error
     taken = [option for option in ("lora_modules", "default_mm_loras", "api_key") if getattr(args, option)]
-    if cpu_defaults and args.worker_extension_cls != EXTENSION:
+    if args.worker_extension_cls != EXTENSION:
         taken.append("worker_extension_cls")
     if taken:
         raise ValueError(f"vLLM's --{taken[0].replace('_', '-')} cannot be set: it is the worker's")
@@ -169,16 +169,11 @@ def parse_arguments(settings: VllmSettings) -> Namespace:
 
 def _cpu_defaults() -> dict[str, str]:
     """Return the arguments that a CPU needs and a GPU does not; empty on a GPU."""
-    import torch  # noqa: PLC0415 - comes with vLLM
-    from vllm.platforms import CpuArchEnum, current_platform  # noqa: PLC0415 - only with vLLM
+    from vllm.platforms import current_platform  # noqa: PLC0415 - only with vLLM
 
     if not current_platform.is_cpu():
         return {}
-    defaults = {"--worker-extension-cls": EXTENSION}
-    if (
-        current_platform.get_cpu_architecture() == CpuArchEnum.X86 and not torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - vLLM asks the same way
-    ):
-        defaults["--dtype"] = "float32"
+    defaults = {"--dtype": "float32"}
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):  # noqa: TID251 - vLLM's own, and it outranks the argument
         defaults["--kv-cache-memory-bytes"] = str(_CPU_KV_CACHE_BYTES)
     return defaults
@@ -203,7 +198,7 @@ def _own_arguments(settings: VllmSettings, cpu_defaults: dict[str, str]) -> list
     words = ["--model", settings.model, "--served-model-name", *settings.served_names]
     words += ["--enable-lora"] if settings.max_loras else []
     words += ["--enforce-eager"] if settings.enforce_eager else []
-    words += ["--no-use-tqdm-on-load"]
+    words += ["--no-use-tqdm-on-load", "--worker-extension-cls", EXTENSION]
     for name, value in options.items():
         if value is not None:
             words += [name, str(value)]
