@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(.+)", re.DOTALL)
 _USER = re.compile(r"//([^/?#]*)@")
 """User information in the strict sense: what stands before the last @ of the authority."""
-_PASSWORD = re.compile(r"//(?!\[)[^/?#@]*:(?!\d*(?:[/?#]|$)).*@", re.DOTALL)
+_PASSWORD = re.compile(r"//(?!\[)[^/?#@]*:(?!\d+(?:[/?#]|$)).*@", re.DOTALL)
 """USER:PASSWORD@ with any characters in the password: secret keys hold slashes.  HOST:PORT/…@… is none."""
 _NETWORK_SCHEMES = frozenset({"az", "ftp", "gs", "hf", "http", "https", "oci", "s3", "ssh", "wandb-artifact"})
 

@@ -73,6 +73,7 @@ class Bus:
         self._name = name
         self._client = nats.NATS()
         self._js: JetStreamContext | None = None
+        self._is_connecting = True
         self.on_disconnect: Callable[[], None] = lambda: None
         """Called when the connection is lost: messages to us may be lost from then on."""
         self.dropped_messages = 0
@@ -93,6 +94,10 @@ class Bus:
                 f"no NATS server answered at {_shown(settings.servers)} within {settings.connect_timeout_s:g} s"
                 " (NATS_SERVER)"
             ) from error
+        except BusUnavailableError:
+            await self._client.close()
+            raise
+        self._is_connecting = False
         self._js = self._client.jetstream(timeout=5)
         return self
 
@@ -123,8 +128,6 @@ class Bus:
                 log.warning("bus not reachable yet", servers=_shown(settings.servers), error=str(error))
                 await anyio.sleep(0.25)
             except nats.errors.Error as error:
-                if "authorization" in str(error).lower():
-                    raise BusUnavailableError(f"NATS refused our credentials (NATS_AUTH_*): {error}") from error
                 raise BusUnavailableError(f"NATS refused the connection: {error}") from error
             else:
                 return
@@ -255,6 +258,9 @@ class Bus:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.dropped_messages += 1
+        if self._is_connecting and "authorization" in str(error).lower():
+            # nats-py would try for ever; what its callback raises leaves its `connect`.
+            raise BusUnavailableError("NATS refused our credentials (NATS_AUTH_*)")
         log.warning("bus error", error=str(error) or type(error).__name__)
 
     async def _on_disconnect(self) -> None:

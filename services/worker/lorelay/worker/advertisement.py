@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 
+import anyio
 import structlog
 
 from lorelay.proto import keys, subjects
@@ -21,6 +22,9 @@ from lorelay.worker.residency import Resident
 from lorelay.worker.settings import WorkerSettings
 
 log = structlog.get_logger()
+
+PUBLISH_S = 0.5
+"""How long a load waits for its record to be in etcd."""
 
 
 class Advertisement:
@@ -72,8 +76,12 @@ class Advertisement:
         log.info("runtime adapters offered", schemes=sorted(schemes))
 
     async def publish_adapter(self, resident: Resident | None, selection: AdapterSelection) -> None:
-        """Write an adapter's residency record, or remove it."""
+        """Write an adapter's residency record, or remove it; if etcd is slow or away, that is done later."""
         key = keys.adapter(self._namespace, self._worker, identity_digest(selection.base, selection.source))
+        with anyio.move_on_after(PUBLISH_S):
+            await self._publish_adapter(key, resident, selection)
+
+    async def _publish_adapter(self, key: str, resident: Resident | None, selection: AdapterSelection) -> None:
         if resident is None:
             await self._registration.remove(key)
             return

@@ -15,6 +15,7 @@ engine's own list has spoken.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -148,6 +149,8 @@ class Residency:
         self._engine_ids = itertools.count(1)
         self._engine_lock = anyio.Lock()
         self._released = anyio.Event()
+        self._waiting: Counter[str] = Counter()
+        """Requests in `_admit`, by key."""
         self._counters = _Counters()
 
     @property
@@ -250,6 +253,7 @@ class Residency:
         if self._counters.pending_admissions >= self._limits.max_pending_admissions:
             raise _saturated(f"{self._counters.pending_admissions} requests wait for adapters here already; try again.")
         self._counters.pending_admissions += 1
+        self._waiting[want.selection.key] += 1
         try:
             with anyio.fail_after(max(0.0, want.deadline - anyio.current_time())):
                 while True:
@@ -258,7 +262,7 @@ class Residency:
                         raise _saturated(f"{len(self._flights)} adapters are being loaded here already; try again.")
                     await self._flights.run(key, lambda: self._bring(want))
                     resident = self._resident(want.selection)
-                    if resident is not None:  # else evicted between the flight's end and our turn
+                    if resident is not None:  # else unloaded between the flight's end and our turn
                         resident.holders += 1
                         return resident
         except TimeoutError:
@@ -269,6 +273,10 @@ class Residency:
             raise LorelayError(ErrorCode.WORKER_LOST, "The worker is stopping; try again.") from None
         finally:
             self._counters.pending_admissions -= 1
+            self._waiting[want.selection.key] -= 1
+            if not self._waiting[want.selection.key]:
+                del self._waiting[want.selection.key]
+                self._signal_release()
 
     async def _bring(self, want: Want) -> None:
         """Resolve, make room, load, publish: the work of one flight."""
@@ -358,12 +366,22 @@ class Residency:
                 await self._settle(resident)
         while self._is_full and self._limits.eviction == "lru":
             idle = [
-                r for r in self._residents.values() if not r.holders and not r.pinned and r.state is AdapterState.LOADED
+                r
+                for r in self._residents.values()
+                if r.state is AdapterState.LOADED and not r.pinned and not self._is_used(r)
             ]
             if not idle:
                 break
             await self._take_out(min(idle, key=lambda r: r.last_used), EventKind.EVICTED)
         return not self._is_full
+
+    def _is_used(self, resident: Resident) -> bool:
+        """Return whether a request holds it, or waited for it and is about to.
+
+        Without the second, of several adapters that want one slot each would evict the one that was just loaded
+        before its requests have their turn, for ever.
+        """
+        return resident.holders > 0 or resident.selection.key in self._waiting
 
     @property
     def _is_full(self) -> bool:

@@ -37,7 +37,6 @@ from lorelay.worker.engine.vllm_launch import (
     EngineStartError,
     VllmSettings,
     build_llm,
-    engine_processes,
     import_vllm,
     legal_rank,
     parse_arguments,
@@ -101,7 +100,7 @@ _DEATH_POLL_S: Final = 0.25
 async def start_vllm(settings: VllmSettings, report: Report) -> AsyncIterator[VllmEngine]:
     """Start vLLM, yield the engine, and stop it.
 
-    The event loop is not blocked meanwhile.  One engine per process at a time.
+    The event loop is not blocked meanwhile.  Start one engine at a time in a process.
 
     Args:
         settings: What to start.
@@ -122,8 +121,7 @@ async def start_vllm(settings: VllmSettings, report: Report) -> AsyncIterator[Vl
     await anyio.to_thread.run_sync(import_vllm, settings)
     args = await anyio.to_thread.run_sync(parse_arguments, settings)
     report(f"starting vLLM with {settings.served_names[0]}: weights and KV cache")
-    llm = await build_llm(args)
-    processes = engine_processes()
+    llm, processes = await build_llm(args)
     try:
         report("building vLLM's routes")
         engine = await _assemble(llm, args, processes)

@@ -205,12 +205,13 @@ def _own_arguments(settings: VllmSettings, cpu_defaults: dict[str, str]) -> list
     return words
 
 
-async def build_llm(args: Namespace) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
-    """Return a running AsyncLLM.
+async def build_llm(args: Namespace) -> tuple[Any, set[Process]]:
+    """Return a running AsyncLLM and its processes: the engine core, and the workers that it started.
 
     Its constructor blocks until the engine process is ready, which can take minutes, and takes no interrupt.  So it
     runs in a thread, and a cancelled start stops the engine process under it, which makes the constructor give up.
     """
+    others = _engine_processes()
     is_over = anyio.Event()
     made: list[Any] = []
     failures: list[Exception] = []
@@ -229,14 +230,14 @@ async def build_llm(args: Namespace) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
             await is_over.wait()
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                await _stop_construction(is_over)
+                await _stop_construction(is_over, others)
                 for llm in made:  # it was faster than the cancellation
-                    await stop_llm(llm, engine_processes())
+                    await stop_llm(llm, _engine_processes() - others)
             raise
     for error in failures:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineStartError(f"vLLM did not start: {first_line}") from error
-    return made[0]
+    return made[0], _engine_processes() - others
 
 
 def _construct(args: Namespace) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
@@ -248,13 +249,13 @@ def _construct(args: Namespace) -> Any:  # noqa: ANN401 - vLLM's AsyncLLM
     return AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-async def _stop_construction(is_over: anyio.Event) -> None:
-    """Stop the engine processes that a constructor has started or is yet to start, until it gives up."""
+async def _stop_construction(is_over: anyio.Event, others: set[Process]) -> None:
+    """Stop the engine processes, but for `others`, that a constructor has started or will, until it gives up."""
     import psutil  # noqa: PLC0415 - comes with vLLM
 
     processes: set[Process] = set()
     while not is_over.is_set():
-        processes |= engine_processes()
+        processes |= _engine_processes() - others
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
@@ -272,8 +273,8 @@ async def stop_llm(llm: Any, processes: set[Process]) -> None:  # noqa: ANN401 -
     await anyio.to_thread.run_sync(_kill_remaining, processes)
 
 
-def engine_processes() -> set[Process]:
-    """Return vLLM's processes under this one: the engine core, and the workers that it started."""
+def _engine_processes() -> set[Process]:
+    """Return vLLM's processes under this one, of every engine."""
     import psutil  # noqa: PLC0415 - comes with vLLM
 
     found: set[Process] = set()
