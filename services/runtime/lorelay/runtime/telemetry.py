@@ -72,4 +72,5 @@ def _otlp() -> SpanExporter:
         )
     except ImportError as error:
         raise ValueError("install opentelemetry-exporter-otlp-proto-http to export with it") from error
-    return OTLPSpanExporter()
+    exporter: SpanExporter = OTLPSpanExporter()
+    return exporter

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import AsyncIterator, Awaitable
 
-    from psutil import Process  # type: ignore[import-untyped]
+    from psutil import Process
 
     from lorelay.worker.engine.base import ASGIApp, EngineAdapter, Receive, Scope, Send
 

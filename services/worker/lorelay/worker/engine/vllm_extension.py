@@ -37,7 +37,7 @@ class WorkerExtension:
 
 
 def _leave_with(owner: int) -> None:
-    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with vLLM
+    import psutil  # noqa: PLC0415 - comes with vLLM
 
     engine_core = os.getppid()
     try:

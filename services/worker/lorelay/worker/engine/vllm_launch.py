@@ -22,7 +22,7 @@ from lorelay.worker.engine.vllm_extension import EXTENSION
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from psutil import Process  # type: ignore[import-untyped]
+    from psutil import Process
 
 SUPPORTED_VLLM: Final = (0, 32)
 """Major and minor version.  What is used of vLLM is not its stable interface, so no other version is tried."""
@@ -33,7 +33,7 @@ _CPU_KV_CACHE_BYTES: Final = 1 << 30
 """KV cache on a CPU when nobody says otherwise; vLLM's own default is a share of all the machine's memory."""
 _ENGINE_PROCESS_NAMES: Final = ("EngineCore", "VLLM_DP_Coordinator")
 _STOP_POLL_S: Final = 0.1
-_STOP_TIMEOUT_S: Final = 10.0
+_STOP_TIMEOUT_S: Final = 15.0
 """How long the engine process may take to shut down before vLLM kills it."""
 _LEAVE_TIMEOUT_S: Final = 3.0
 """How long any other may take to follow it."""
@@ -132,8 +132,9 @@ def _set_environment(settings: VllmSettings) -> None:
         "VLLM_LOGGING_LEVEL": settings.log_level,
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "TOKENIZERS_PARALLELISM": "false",
-        # How long vLLM waits for its workers before it sends them SIGTERM.  They always need it on a CPU.
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+        # How long vLLM waits for its workers to leave before it sends SIGTERM.  On a CPU they take 2 to 5 s, and a
+        # SIGTERM in the middle of that hangs them, and then the engine core, until both are killed.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "10",
     }
     if Path(settings.model).is_dir():
         defaults |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
