@@ -292,7 +292,7 @@ if __name__ == "__main__":
 
 def test_a_killed_worker_takes_its_engine_along(demo_model: Path, tmp_path: Path) -> None:
     """vLLM's processes would stay for ever, with all their memory: nobody is left to stop them."""
-    import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - comes with vLLM
+    import psutil  # noqa: PLC0415 - comes with vLLM
 
     script = tmp_path / "owner.py"
     script.write_text(_OWNER)
