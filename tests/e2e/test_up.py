@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from lorelay.proto.identity import adapter_key
+from support.events import read_events
 from support.stack import Stack, call, stack
 
 DEMO = ("--demo", "--engine", "sim")
+BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PIRATE = "wandb-artifact:///demo/tones/pirate:v1"
 ROBOT = "wandb-artifact:///demo/tones/robot:v1"
 
@@ -37,6 +40,21 @@ def test_a_simulated_demo_serves_base_and_adapters_and_is_ready_in_seconds(tmp_p
         assert "nats-server 2." in running.output
         assert "etcd 3." in running.output
     assert "stopped." in running.output
+
+
+def test_a_clients_trace_goes_through_frontend_worker_and_resolver(tmp_path: Path) -> None:
+    """OpenTelemetry's context: in by HTTP, over NATS, out in the events of both other services."""
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    with stack(tmp_path, *DEMO) as running:
+        body = {"model": PIRATE, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "x-request-id": "mine"}
+        answer = call(f"{running.url}/v1/chat/completions", body, headers=headers)
+        assert answer.status == 200
+        assert answer.headers["x-request-id"] == "mine"
+        events = read_events(running.nats_url, adapter_key(BASE, PIRATE))
+        assert {event.trace_id for event in events} == {trace_id}
+        assert {event.request_id for event in events} == {"mine"}
+        assert {event.component for event in events} == {"worker", "resolver"}
 
 
 def test_two_workers_share_the_load_and_one_holds_an_adapter(tmp_path: Path) -> None:

@@ -48,10 +48,17 @@ class Answer(NamedTuple):
         return code
 
 
-def call(url: str, body: object = None, *, method: str | None = None, timeout_s: float = 120.0) -> Answer:
+def call(
+    url: str,
+    body: object = None,
+    *,
+    method: str | None = None,
+    headers: dict[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> Answer:
     """Send a request (POST if there is a body) and return whatever comes back."""
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as response:
