@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,31 @@ def test_a_signal_stops_everything_and_says_so(tmp_path: Path, number: signal.Si
     assert running.stop(number) == 0
     assert running.processes() == {}
     assert "Traceback" not in running.output
+
+
+def test_a_stream_longer_than_the_drain_ends_with_an_error_event(tmp_path: Path) -> None:
+    """I2, F15: never cut in silence, never a clean finish, and no traceback in the log."""
+    with stack(tmp_path, *DEMO, environ={"LORELAY_DRAIN_SECONDS": "1"}) as running, ThreadPoolExecutor(1) as pool:
+        more = {"stream": True, "ignore_eos": True, "max_tokens": 1_000_000}
+        answer = pool.submit(running.chat, "smollm2", "Hello", **more)
+        time.sleep(1)
+        assert running.stop() == 0
+        events = answer.result().body.decode().split("\n\n")
+        assert '"worker_lost"' in events[-2]
+        assert "[DONE]" not in events[-2]
+        assert "Traceback" not in running.logs()
+
+
+def test_a_second_signal_ends_a_stop_that_waits(tmp_path: Path) -> None:
+    with stack(tmp_path, *DEMO) as running, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(running.chat, "smollm2", "x", stream=True, ignore_eos=True, max_tokens=1_000_000)
+        time.sleep(1)
+        started = time.monotonic()
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert running.stop(signal.SIGINT) == 0
+        assert time.monotonic() - started < 10
+        answer.exception(timeout=10)  # it ended, one way or the other
 
 
 def test_a_signal_during_the_start_stops_everything_too(tmp_path: Path) -> None:
@@ -146,6 +172,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
         (("--demo", "--model", "x"), "--demo brings its own"),
         (("--demo", "--workers", "0"), "from 1 to 64"),
         (("--demo", "--http-port", "x"), "not a port"),
+        (("--demo", "--engine", "sim", "--data", "/proc/x"), "cannot write into /proc/x"),
     ],
 )
 def test_wrong_arguments_end_with_a_line_that_says_what_to_do(

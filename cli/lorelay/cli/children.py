@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ TAIL_LINES = 20
 STOP_S = 40.0
 """How long a child may take to stop: longer than a service's drain."""
 KILL_S = 5.0
+STOP_POLL_S = 0.02
 
 
 @dataclass(eq=False)
@@ -59,14 +60,15 @@ class Child:
             return [line.rstrip("\n") for line in deque(log, TAIL_LINES)]
         return []
 
-    def stop(self, wait_s: float) -> None:
-        """Ask it to stop; after `wait_s` kill what is left of its process group."""
+    def stop(self, wait_s: float, is_hurried: Callable[[], bool]) -> None:
+        """Ask it to stop; after `wait_s`, or once `is_hurried`, kill what is left of its process group."""
         if self.process is None:
             return
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait_s)
+            deadline = time.monotonic() + wait_s
+            while self.process.poll() is None and time.monotonic() < deadline and not is_hurried():
+                time.sleep(STOP_POLL_S)
         self._signal(signal.SIGKILL)  # also those that the process itself left behind
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(KILL_S)
@@ -90,6 +92,7 @@ class Children:
 
     def __init__(self) -> None:
         self._children: list[Child] = []
+        self._is_hurried = False
 
     def start(self, new: Child) -> Child:
         """Start a child and watch it from now on."""
@@ -111,7 +114,11 @@ class Children:
         """Stop them, the last started first, all within about `STOP_S` seconds."""
         deadline = time.monotonic() + STOP_S
         while self._children:
-            self._children.pop().stop(max(0.5, deadline - time.monotonic()))
+            self._children.pop().stop(max(0.5, deadline - time.monotonic()), lambda: self._is_hurried)
+
+    def hurry(self) -> None:
+        """Let a stop that is under way wait for nobody any more."""
+        self._is_hurried = True
 
 
 def describe(exit_code: int | None) -> str:

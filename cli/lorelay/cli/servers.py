@@ -30,6 +30,10 @@ class ServerMissingError(Exception):
     """A server's program is not on this machine; `str()` says how to get it."""
 
 
+class PortTakenError(Exception):
+    """A port that was asked for cannot be had; `str()` says which and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A server's executable."""
@@ -108,6 +112,21 @@ def forget(port: int, prefix: str) -> None:
     end = start[:-1] + bytes([start[-1] + 1])
     body = {"key": base64.b64encode(start).decode(), "range_end": base64.b64encode(end).decode()}
     _call(port, "/v3/kv/deleterange", msgspec.json.encode(body))
+
+
+def require_free(host: str, port: int) -> None:
+    """Return if `port` can be listened on.
+
+    Raises:
+        PortTakenError: It cannot; a fleet that went on would find somebody else's answers there.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+        except OSError as error:
+            raise PortTakenError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
 def free_port() -> int:

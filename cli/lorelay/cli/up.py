@@ -91,8 +91,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
                     fleet.start()
                     fleet.watch()
                 finally:
-                    _say("stopping …")
-                    with _signals_ignored():
+                    _say("stopping … (running requests may finish; Ctrl-C again ends them)")
+                    with _handlers(lambda _number, _frame: children.hurry()):
                         children.stop()
     except Stopped:
         _say("stopped.")
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         for line in error.child.tail():
             sys.stderr.write(f"    {line}\n")
         return 1
-    except (UpError, servers.ServerMissingError, demo_model.DemoModelError) as error:
+    except (UpError, servers.PortTakenError, servers.ServerMissingError, demo_model.DemoModelError) as error:
         _complain(str(error))
         return 1
     return 0
@@ -130,12 +130,14 @@ class _Fleet:
                 yield
         except BlockingIOError:
             raise UpError(f"another `lorelay up` uses {self._data}: stop it, or give another --data") from None
-        except PermissionError as error:
+        except OSError as error:
             raise UpError(f"cannot write into {self._data}: {error.strerror}; give another --data") from None
 
     def start(self) -> None:
         """Start everything and return when `/ready` says 200."""
         options = self._options
+        for port in (self._http_port, *self._system_ports):
+            servers.require_free(options.http_host if port == self._http_port else "127.0.0.1", port)
         model, names = self._model()
         nats_port, etcd_port = servers.free_port(), servers.free_port()
         self._start_servers(nats_port, etcd_port)
@@ -306,13 +308,7 @@ def _signals_stop() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_ignored() -> Iterator[None]:
-    with _handlers(signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield

@@ -73,7 +73,7 @@ async def serve(environ: Mapping[str, str], stop: Stop) -> None:
         )
         async with (
             Registration(store, ttl_s=process.lease_ttl_s) as registration,
-            http.serving(app, sock, grace_s=process.drain_s),
+            http.serving(app, sock, grace_s=1.0),
         ):
             tasks.start_soon(registration.run)
             await registration.put(
@@ -91,4 +91,5 @@ async def serve(environ: Mapping[str, str], stop: Stop) -> None:
             log.info("listening", url=f"http://{host}:{port}")
             await stop.wait()
             stopping = True
+            await dispatcher.drain(process.drain_s)
         tasks.cancel_scope.cancel()

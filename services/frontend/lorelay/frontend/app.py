@@ -27,6 +27,8 @@ log = structlog.get_logger()
 
 OPENAI_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 """Known even while no worker is there to list them."""
+SHOWN_CHARS = 512
+"""How much of a client's text an error repeats."""
 SEND_TIMEOUT_S = 60.0
 """How long one write to a client may block."""
 
@@ -129,7 +131,7 @@ class App:
                 return self._model(listed[name])
         raise LorelayError(
             ErrorCode.MODEL_NOT_FOUND,
-            f"The model {names[0]!r} does not exist; GET /v1/models lists those that do.",
+            f"The model {names[0][:SHOWN_CHARS]!r} does not exist; GET /v1/models lists those that do.",
             param="model",
         )
 
@@ -284,8 +286,11 @@ def _read_model(body: bytes) -> str:
         raise LorelayError(
             ErrorCode.INVALID_REQUEST, f"The request's JSON does not fit: {error}.", param=where
         ) from error
+    except RecursionError as error:
+        raise LorelayError(ErrorCode.INVALID_REQUEST, "The request's JSON nests too deeply.") from error
     except UNREADABLE as error:
-        raise LorelayError(ErrorCode.INVALID_REQUEST, f"The request's body is not valid JSON: {error}.") from error
+        what = f"is not valid JSON: {error}" if body else "is empty"
+        raise LorelayError(ErrorCode.INVALID_REQUEST, f"The request's body {what}.") from error
     if head.model is None:
         raise LorelayError(ErrorCode.INVALID_REQUEST, "The request must name a model.", param="model")
     return head.model

@@ -30,6 +30,8 @@ log = structlog.get_logger()
 ACK_TIMEOUT_S = 5.0
 """A worker acknowledges at once; one that does not within this is taken for lost."""
 MAX_ATTEMPTS = 2
+FAREWELL_S = 1.0
+"""How long the last error of a drained stream may take on its way to its client."""
 MAX_BUFFERED_BYTES = 4 << 20
 """What may wait of an event stream for a client that reads slowly; then its stream ends with an error."""
 MAX_WHOLE_BYTES = 64 << 20
@@ -135,6 +137,7 @@ class Dispatcher:
         self._load: Counter[str] = Counter()
         self._next_number = secrets.randbits(40)
         self._rng = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._is_draining = False
 
     @property
     def open_streams(self) -> int:
@@ -156,6 +159,18 @@ class Dispatcher:
         for stream in list(self._streams.values()):
             stream.fail(LorelayError(ErrorCode.BUS_UNAVAILABLE, "The message bus was lost; try again.").wire)
 
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new, give open streams `grace_s`, then end each with an error and let it be sent."""
+        self._is_draining = True
+        with anyio.move_on_after(grace_s):
+            while self._streams:  # noqa: ASYNC110 - once in a life, and a stream's end need not know of it
+                await anyio.sleep(0.05)
+        for stream in list(self._streams.values()):
+            stream.fail(LorelayError(ErrorCode.WORKER_LOST, "The frontend stopped before the response was whole.").wire)
+        with anyio.move_on_after(FAREWELL_S):
+            while self._streams:  # noqa: ASYNC110 - as above
+                await anyio.sleep(0.05)
+
     @asynccontextmanager
     async def open(
         self, find: Callable[[], Target], *, model: str, endpoint: str, body: bytes, request_id: str
@@ -174,6 +189,8 @@ class Dispatcher:
 
         Cancellation: the worker is told to stop.
         """
+        if self._is_draining:
+            raise LorelayError(ErrorCode.NO_WORKER_AVAILABLE, "This frontend is stopping; try again.")
         failed: dict[str, LorelayError] = {}
         deadline = anyio.current_time() + self._first_token_timeout_s
         for attempt in range(1, MAX_ATTEMPTS + 1):

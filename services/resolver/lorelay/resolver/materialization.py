@@ -31,7 +31,7 @@ import structlog
 from lorelay.proto.adapters import MaterializeReply, MaterializeRequest, Snapshot, SnapshotFile, manifest_digest
 from lorelay.proto.errors import ErrorCode, LorelayError, WireError
 from lorelay.proto.events import EventKind
-from lorelay.proto.identity import AdapterSelection, check_source, verify
+from lorelay.proto.identity import AdapterSelection, check_source, redact, verify
 from lorelay.resolver.cache import Cache, CacheFullError, CorruptSnapshotError, Reference, Reservation
 from lorelay.resolver.copying import Progress, SourceChangedError, copy, measure
 from lorelay.resolver.members import DirectoryError, MemberError, Members
@@ -193,7 +193,12 @@ class Materialization:
                 _translate(error)
         except LorelayError as error:
             self._negative.remember(flight, error)
-            log.warning("adapter not materialized", key=request.selection.key, error=str(error))
+            log.warning(
+                "adapter not materialized",
+                key=request.selection.key,
+                request_id=request.request_id,
+                error=_without_secrets(str(error), request.selection.source),
+            )
             rejected = error.code is ErrorCode.INVALID_LORA_ADAPTER
             self._emit(
                 EventKind.REJECTED if rejected else EventKind.FAILED,
@@ -381,6 +386,12 @@ class Materialization:
 
     def _max_bytes(self, request: MaterializeRequest) -> int:
         return min(request.max_download_bytes, self._bounds.max_download_bytes)
+
+
+def _without_secrets(text: str, source: str) -> str:
+    """Return `text` with the source, whole or as the path in it, as it may be logged."""
+    rest, shown = (each.partition(":")[2].removeprefix("//") for each in (source, redact(source)))
+    return text.replace(rest, shown) if rest else text
 
 
 def _flight(request: MaterializeRequest) -> str:

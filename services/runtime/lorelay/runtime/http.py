@@ -6,7 +6,10 @@ is one clear line instead of an exit from within the server.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import http
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
@@ -14,7 +17,9 @@ from typing import Any
 import anyio
 import structlog
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from lorelay.proto.errors import ErrorCode, LorelayError, envelope
 from lorelay.runtime.process import StartError
 
 log = structlog.get_logger()
@@ -23,6 +28,14 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+MAX_HEAD_BYTES = 64 << 10
+"""What a request line and its headers may take."""
+READ_TIMEOUT_S = 120.0
+"""How long a client may take from connecting, or from the first byte of a later request, until a request is whole."""
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class AddressError(StartError):
@@ -34,6 +47,71 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, with bounds on a request that is not whole yet, and without upgrades.
+
+    The parser joins the pieces of a header anew for each, so an endless one would freeze the process; and on an
+    `Upgrade` (curl --http2 offers h2c) it drops the body, where RFC 9110 lets a server just ignore the offer.
+    """
+
+    _head_bytes = 0
+    _is_head = True
+    _overdue: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_head:
+            self._head_bytes += len(data)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+        super().data_received(data)
+        if self._is_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._end(431, f"The request's headers are larger than {MAX_HEAD_BYTES >> 10} KiB.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._overdue is None:
+            self._watch()
+
+    def on_headers_complete(self) -> None:
+        self._is_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._unwatch()
+        self._is_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def _watch(self) -> None:
+        self._overdue = self.loop.call_later(READ_TIMEOUT_S, self._give_up)
+
+    def _unwatch(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    def _give_up(self) -> None:
+        self._overdue = None
+        if not self.transport.is_closing():
+            self._end(408, f"The request was not whole after {READ_TIMEOUT_S:g} s.")
+
+    def _end(self, status: int, message: str) -> None:
+        """Answer, unless a response is under way, and close."""
+        body = envelope(LorelayError(ErrorCode.INVALID_REQUEST, message).wire)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            phrase = http.HTTPStatus(status).phrase
+            head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            self.transport.write(head.encode() + b"\r\nconnection: close\r\n\r\n" + body)
+        self.transport.close()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,7 +145,7 @@ async def serving(app: App, sock: socket.socket, *, grace_s: float) -> AsyncIter
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="off",
         access_log=False,

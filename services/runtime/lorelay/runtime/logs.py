@@ -55,4 +55,6 @@ def configure(component: str, instance: str, *, level: str = "info", text: bool 
     root.setLevel(level.upper())
     for noisy in ("nats", "uvicorn.access", "httpx"):
         logging.getLogger(noisy).setLevel("WARNING")
+    # Our applications log their own failures; of a client that left in the middle uvicorn would make an error.
+    logging.getLogger("uvicorn.error").setLevel("CRITICAL")
     structlog.contextvars.bind_contextvars(component=component, instance=instance)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from lorelay.proto.subjects import check_instance, check_namespace
 
@@ -132,6 +133,14 @@ class BusSettings:
         servers = env.names("NATS_SERVER", "nats://127.0.0.1:4222")
         if not servers:
             env.problem("NATS_SERVER", env.text("NATS_SERVER"), "names no server")
+        for number, server in enumerate(servers, 1):
+            try:
+                parts = urlsplit(server if "://" in server else f"nats://{server}")
+                is_url = bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                is_url = False
+            if not is_url:  # not repeated: a URL may hold a password
+                env.problems.append(f"NATS_SERVER: URL {number} is none; write nats://host:port")
         return cls(
             servers=servers,
             user=env.text("NATS_AUTH_USERNAME"),

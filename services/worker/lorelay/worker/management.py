@@ -18,7 +18,7 @@ import structlog
 
 from lorelay.proto.codec import UNREADABLE
 from lorelay.proto.errors import ErrorCode, LorelayError, WireError, envelope
-from lorelay.proto.identity import check_model_id, check_source, select
+from lorelay.proto.identity import KEY_PREFIX, check_model_id, check_source, select
 from lorelay.proto.records import ModelFacts
 from lorelay.runtime.http import Receive, Scope, Send
 from lorelay.worker.residency import Residency, Resident, Want
@@ -118,6 +118,10 @@ class Management:
     async def _load(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         name, source = _text(arguments, "lora_name"), _source(arguments)
         check_model_id(name)
+        if name.startswith(KEY_PREFIX):
+            raise LorelayError(
+                ErrorCode.INVALID_REQUEST, f"A name must not begin with {KEY_PREFIX!r}: keys do.", param="lora_name"
+            )
         if name.casefold() in {own.casefold() for own in (self._facts.name, *self._facts.aliases)}:
             raise LorelayError(
                 ErrorCode.LORA_NAME_CONFLICT, f"{name!r} is the base's own name, or reads like it.", param="lora_name"

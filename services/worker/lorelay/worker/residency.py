@@ -233,7 +233,7 @@ class Residency:
                     return
             if not await _set_before(released, deadline):
                 raise LorelayError(
-                    ErrorCode.LORA_NAME_CONFLICT, f"{resident.holders} requests still use this adapter; try again."
+                    ErrorCode.LORA_NAME_CONFLICT, f"Requests still use this adapter ({resident.holders}); try again."
                 )
 
     def _resident(self, selection: AdapterSelection) -> Resident | None:

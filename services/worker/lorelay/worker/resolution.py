@@ -97,6 +97,11 @@ async def materialize(bus: Bus, resolvers: Resolvers, request: MaterializeReques
         if reply.error is not None:
             raise LorelayError.from_wire(reply.error)
         return reply
+    if resolvers.schemes and scheme not in resolvers.schemes:
+        taken = ", ".join(sorted(resolvers.schemes))
+        raise LorelayError(
+            ErrorCode.UNSUPPORTED_LORA_SCHEME, f"No resolver takes {scheme}: sources (they take: {taken})."
+        )
     raise LorelayError(
         ErrorCode.LORA_RESOLVER_UNAVAILABLE, f"No resolver for {scheme}: sources is reachable now; try again."
     )
