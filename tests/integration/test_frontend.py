@@ -274,13 +274,17 @@ def test_a_worker_that_is_asked_to_stop_finishes_its_streams(fleet: Fleet) -> No
     worker = fleet.worker(**BASE_ONLY)
     frontend = fleet.frontend()
     with client_of(frontend) as client:
-        body = chat(stream=True, ignore_eos=True, max_tokens=600)
+        body = chat(stream=True, ignore_eos=True, max_tokens=1500)
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             parts = response.iter_text()
             text = next(parts)
             worker.terminate()
             worker.wait_for_log("stopping")
-            refused = client.post("/v1/chat/completions", json=chat())
+            # What comes between the signal and the drain is still served; soon nothing new is.
+            for _ in range(50):
+                refused = client.post("/v1/chat/completions", json=chat())
+                if refused.status_code != 200:
+                    break
             text += "".join(parts)
         assert error_of(refused)[0] == 503
         assert events(text)[-1] == "[DONE]"
