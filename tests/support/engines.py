@@ -162,12 +162,13 @@ class World:
         else:
             self.published[selection.key] = (resident.state.value, resident.name)
 
-    def announce(
+    def emit(
         self,
         kind: EventKind,
         selection: AdapterSelection,
         *,
         digest: str = "",  # noqa: ARG002 - the protocol's
+        revision: str = "",  # noqa: ARG002
         size_bytes: int | None = None,  # noqa: ARG002
         stages_ms: dict[str, float] | None = None,  # noqa: ARG002
         error: WireError | None = None,  # noqa: ARG002
@@ -212,7 +213,7 @@ async def world(
             tasks,
             materialize=made.materialize,
             publish=made.publish,
-            announce=made.announce,
+            emit=made.emit,
             on_engine_dead=made.died,
         )
         yield made

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import anyio
 import anyio.abc
@@ -29,7 +29,7 @@ import msgspec
 import structlog
 
 from lorelay.proto.adapters import MaterializeReply, MaterializeRequest, Snapshot, SnapshotFile, manifest_digest
-from lorelay.proto.errors import ErrorCode, LorelayError, WireError
+from lorelay.proto.errors import ErrorCode, LorelayError
 from lorelay.proto.events import EventKind
 from lorelay.proto.identity import AdapterSelection, check_source, redact, verify
 from lorelay.resolver.cache import Cache, CacheFullError, CorruptSnapshotError, Reference, Reservation
@@ -46,6 +46,7 @@ from lorelay.resolver.plugin import (
 )
 from lorelay.resolver.reasons import Reason
 from lorelay.resolver.verdict import Limits, Verdict, judge
+from lorelay.runtime.events import Emit
 from lorelay.runtime.singleflight import FlightStoppedError, SingleFlight
 
 T = TypeVar("T")
@@ -54,24 +55,6 @@ log = structlog.get_logger()
 
 PROGRESS_S = 1.0
 """Between two `progress` events of one copy."""
-
-
-class Emit(Protocol):
-    """Where events go: `lorelay.runtime.events.EventLog.emit`.  Never waits, never raises."""
-
-    def __call__(
-        self,
-        kind: EventKind,
-        selection: AdapterSelection,
-        *,
-        digest: str = "",
-        revision: str = "",
-        size_bytes: int | None = None,
-        stages_ms: dict[str, float] | None = None,
-        error: WireError | None = None,
-        request_id: str = "",
-    ) -> None:
-        """Tell one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import secrets
 from collections import deque
+from typing import Protocol
 
 import anyio
 import structlog
@@ -26,6 +27,24 @@ log = structlog.get_logger()
 OUTBOX_EVENTS = 4096
 KEEP_S = 7 * 86_400
 KEEP_BYTES = 1 << 30
+
+
+class Emit(Protocol):
+    """How a part of a service tells an event: `EventLog.emit`.  Never waits, never raises."""
+
+    def __call__(
+        self,
+        kind: EventKind,
+        selection: AdapterSelection,
+        *,
+        digest: str = "",
+        revision: str = "",
+        size_bytes: int | None = None,
+        stages_ms: dict[str, float] | None = None,
+        error: WireError | None = None,
+        request_id: str = "",
+    ) -> None:
+        """Tell one event."""
 
 
 class EventLog:

@@ -93,7 +93,7 @@ class _Worker:
             tasks,
             materialize=self._materialize,
             publish=self._advertisement.publish_adapter,
-            announce=self._events.emit,
+            emit=self._events.emit,
             on_engine_dead=self._engine_dead.set,
         )
         self._outbox = Outbox(bus, process.namespace, process.instance)

@@ -20,17 +20,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 import anyio.abc
 import structlog
 
 from lorelay.proto.adapters import MaterializeReply
-from lorelay.proto.errors import ErrorCode, LorelayError, WireError
+from lorelay.proto.errors import ErrorCode, LorelayError
 from lorelay.proto.events import EventKind
 from lorelay.proto.identity import AdapterSelection
 from lorelay.proto.records import AdapterState
+from lorelay.runtime.events import Emit
 from lorelay.runtime.singleflight import FlightStoppedError, SingleFlight
 from lorelay.worker.engine.base import Engine, EngineAdapter, EngineDeadError, EngineError
 
@@ -54,23 +54,6 @@ class Materialized:
 
     path: Path
     reply: MaterializeReply
-
-
-class Announce(Protocol):
-    """Where the table tells what happened; must not wait."""
-
-    def __call__(
-        self,
-        kind: EventKind,
-        selection: AdapterSelection,
-        *,
-        digest: str = "",
-        size_bytes: int | None = None,
-        stages_ms: dict[str, float] | None = None,
-        error: WireError | None = None,
-        request_id: str = "",
-    ) -> None:
-        """Tell `kind` about the adapter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +107,7 @@ class Residency:
         *,
         materialize: Callable[[Want], Awaitable[Materialized]],
         publish: Callable[[Resident | None, AdapterSelection], Awaitable[None]],
-        announce: Announce,
+        emit: Emit,
         on_engine_dead: Callable[[], None],
     ) -> None:
         """Make an empty table.
@@ -135,14 +118,14 @@ class Residency:
             tasks: Where flights run; they end with it.
             materialize: Gives the checked snapshot of an adapter.
             publish: Writes (or, given None, removes) an adapter's record; must be quick and must not raise.
-            announce: Tells an event.
+            emit: Tells an event.
             on_engine_dead: Called when the engine says that it cannot serve any more.
         """
         self._engine = engine
         self._limits = limits
         self._materialize = materialize
         self._publish = publish
-        self._announce = announce
+        self._emit = emit
         self._on_engine_dead = on_engine_dead
         self._flights: SingleFlight[None] = SingleFlight(tasks)
         self._residents: dict[str, Resident] = {}
@@ -281,7 +264,7 @@ class Residency:
     async def _bring(self, want: Want) -> None:
         """Resolve, make room, load, publish: the work of one flight."""
         selection = want.selection
-        self._announce(EventKind.REQUESTED, selection, request_id=want.request_id)
+        self._emit(EventKind.REQUESTED, selection, request_id=want.request_id)
         started = anyio.current_time()
         materialized = await self._materialize(want)
         resolved = anyio.current_time()
@@ -298,7 +281,7 @@ class Residency:
                 state=AdapterState.LOADING,
             )
             self._residents[selection.key] = resident
-            self._announce(EventKind.LOADING, selection, digest=snapshot.digest, request_id=want.request_id)
+            self._emit(EventKind.LOADING, selection, digest=snapshot.digest, request_id=want.request_id)
             with anyio.CancelScope(shield=True):
                 await self._load(resident)
                 await self._publish(resident, selection)
@@ -314,7 +297,7 @@ class Residency:
             bytes=snapshot.bytes,
             stages_ms=stages,
         )
-        self._announce(
+        self._emit(
             EventKind.LOADED,
             selection,
             digest=snapshot.digest,
@@ -338,7 +321,7 @@ class Residency:
                 ErrorCode.LORA_LOAD_FAILED, "The engine did not load this adapter.", detail=str(error)
             )
             await self._settle(resident)
-            self._announce(EventKind.LOAD_FAILED, resident.selection, digest=resident.digest, error=failure.wire)
+            self._emit(EventKind.LOAD_FAILED, resident.selection, digest=resident.digest, error=failure.wire)
             raise failure from error
         resident.state = AdapterState.LOADED
         self._counters.loads += 1
@@ -415,7 +398,7 @@ class Residency:
                 return False
             self._remove(resident)
         log.info("adapter unloaded", adapter_key=resident.selection.key, why=kind.value)
-        self._announce(kind, resident.selection, digest=resident.digest)
+        self._emit(kind, resident.selection, digest=resident.digest)
         return True
 
     async def _settle(self, resident: Resident) -> None:
